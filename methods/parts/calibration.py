@@ -53,10 +53,12 @@ class Inputs:
         self.hook = layer.register_forward_pre_hook(self.add)
 
     def add(self, layer, arguments):
-        x = arguments[0].flatten(0, 1)[self.kept].float()                        # [n, in]
+        x = arguments[0].flatten(0, 1)[self.kept]                                # [n, in]
+        # A GPU adds products of 16-bit numbers in float32; on a CPU all is float32.
+        dtypes = {"out_dtype": torch.float32} if x.is_cuda else {}
         for part in x.split(2048):         # a GPU's longer sums of outliers are too rough for GPTQ
-            self.gram.addmm_(part.T, part)
-        self.magnitude += x.abs().sum(0)
+            self.gram = torch.addmm(self.gram, part.T, part, **dtypes)
+        self.magnitude += x.abs().sum(0, dtype=torch.float32)
         self.count += len(x)
 
 
@@ -64,16 +66,13 @@ def inputs_of(layers, block, kept, hidden, ropes):
     """{layer: Inputs} of a block's layers.
 
     Lists with an item for each batch: kept as in Inputs; hidden [B, T, d], which the block reads; ropes
-    of (cos, sin). A GPU multiplies in TF32, whose ten bits hold 16-bit values without loss.
+    of (cos, sin).
     """
     inputs = {layer: Inputs(layer) for layer in layers}
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
     for tokens, x, rope in zip(kept, hidden, ropes):
         for seen in inputs.values():
             seen.kept = tokens
         block(x, None, rope)
-    torch.set_float32_matmul_precision(precision)
     for layer, seen in inputs.items():
         seen.hook.remove()
         require(torch.isfinite(seen.gram).all(),
@@ -90,7 +89,7 @@ def calibrate(model, sequences):
     before it give with the weights that the caller has left in them. After two seconds stderr shows a
     bar.
     """
-    batches = batches_of(sequences, 32, model.device)
+    batches = batches_of(sequences, 64, model.device)
     kept = [rows.mask.flatten().nonzero()[:, 0] for rows in batches]
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
