@@ -330,7 +330,8 @@ def is_equal(given, answer, question, prose=False):
     if len(sides) > 1 and "=" not in answer and not prose:
         verdicts = [is_equal(side, answer, question) for side in sides]
         return None if None in verdicts else all(verdicts)
-    more_words = {*" ".join(TEXT.findall(given)).split()} - {*re.findall(r"\w+", answer + question)}
+    words = re.findall(r"[^\s()]+", " ".join(TEXT.findall(given)).lower())
+    more_words = {*words} - {*re.findall(r"\w+", f"{answer} {question}".lower())}
     if not prose and (more_words or MARKS.findall(given) != MARKS.findall(answer)):
         return False
     compare = tex_comparison()

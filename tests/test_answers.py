@@ -201,6 +201,8 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     | \sqrt{2} | \sqrt2   2^{1/2} | 1.414214   1.4142135624   \sqrt{2}\text{ hundred}
     | p - q | -q+p | p+q
     | \text{Evelyn} | Evelyn | Eve
+    Is 7 even or odd? | \text{odd} | odd   \text{Odd}   \textbf{odd} | even   \text{Even}
+    Which is it? | C | C   (C)   \text{C}   \textbf{(C)} | D   \text{(D)}
     | 2x | 2x | 3, 2x   3x=2x
     | (5,\infty) | (5,\infty)   \left(5,\infty\right) | 5
     | 2\pi | x = \frac{4\pi}{2} = 2\pi | 1+1 = 2\pi
