@@ -299,7 +299,8 @@ def tex_comparison():
 
 # TeX that is too much work to compare: long numbers, exponents and factorials, towers of powers.
 HEAVY = re.compile(r"""
-    \d{16} | \^\s?\{?\s?-?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9} | \^\s? (?: \{ [^{}]* | \w\s? ) \^
+    \d{16} | (?: \^ | \d\s?E ) \s?\{?\s?[-+]?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9}
+    | \^\s? (?: \{ [^{}]* | \w\s? ) \^
 """, re.VERBOSE)
 # What math-verify does not tell apart: bases, factorials, sets, pairs and points.
 MARKS = re.compile(r"_\s?\{?(\w+)|(\w+)\s?!|(\\\{)|(\[)[^][()]*,")
