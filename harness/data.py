@@ -192,6 +192,8 @@ def rows_of(source):
     """The rows of a file or a dataset as dicts."""
     if source.endswith((".jsonl", ".json")):
         return json_rows(source)
+    # Of a folder the library would take the questions to train on.
+    require(not os.path.isdir(source), f"{source}: is a folder; name a file in it")
     name, config, split, *_ = f"{DATASETS.get(source, source)}::".split(":")
     options = {"name": config or None, "split": split or "train"}
     if os.path.isfile(source):

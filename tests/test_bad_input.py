@@ -160,6 +160,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--model text-end": "eos_token_id is [256, '</s>'], not a number or a list of numbers",
     "--data used": "no file matches",
     "--eval none.jsonl": "No such file or directory: 'none.jsonl'",
+    "--eval used": "used: is a folder; name a file in it",
     "--eval used/answers.pandas": "is no .jsonl, .json or .parquet",      # the library unpickles it
     "--validation 64": "has 64 training questions that are not held out",
     "--dry-run --model used": "its config.json cannot be read",
