@@ -49,7 +49,7 @@ PLAIN = {
     r"\^?\s?\{?\\circ\}?": "°",
     r"\\(?:(?:text|math)?(?:bf|it|rm|sf|tt|normal)|text|math|boldsymbol|bm|mbox|f?box(?:ed)?|left|right"
     r"|underline|displaystyle|small|[lL]arge|LARGE|[hH]uge|q?quad)(?![A-Za-z])"
-    r"|\\[()\[\],:; ]|[~\u00a0\u202f]": " ",
+    r"|\\[()\[\],:; ]|~|[^\S\t-\r]": " ",     # any space but tabs and ends of lines
     r"\\[hv]?phantom\s?\{[^{}]*\}|(?<!\\)[{}]|\\!|[\u200b-\u200d\u2060\ufeff]": "",
     r"\\([$%])": r"\1",
     r"\bpercent\b": "%",

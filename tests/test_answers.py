@@ -100,7 +100,7 @@ def test_only_one_clear_number_counts(text, five):
         assert is_right("\\boxed{5}", text, QUESTION)
 
 
-@pytest.mark.parametrize("text,number", rows(r"""
+@pytest.mark.parametrize("text,number", [["1\u2009250", "1250"]] + rows(r"""
     1,250.00 | 1250
     1{,}250 | 1250
     1\,250 | 1250
