@@ -204,7 +204,9 @@ def rows_of(source):
         options = {"data_files": glob.escape(source), "split": "train"}
     try:
         import datasets
-        return datasets.load_dataset(name, **options)
+        found = datasets.load_dataset(name, **options)
+        labels = [name for name, kind in found.features.items() if isinstance(kind, datasets.ClassLabel)]
+        return found.remove_columns(labels)                    # a label's number is no answer
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
     except Exception as e:

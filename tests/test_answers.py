@@ -402,6 +402,15 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
     assert (found["question"], found["right"]) == ("f[1]", "5.50")
 
 
+def test_the_number_of_a_label_is_no_answer(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    labels = datasets.Features(question=datasets.Value("string"), answer=datasets.ClassLabel(names=["yes", "no"]))
+    rows = datasets.Dataset.from_dict({"question": ["Is it?"], "answer": ["no"]}, labels)
+    rows.to_parquet(f"{tmp_path}/rows.parquet")
+    with pytest.raises(UserError, match="rows.parquet:1: no question, or no answer that stands alone"):
+        math_questions(f"{tmp_path}/rows.parquet")
+
+
 @pytest.mark.parametrize("content", [
     '[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]',
     '{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n',
@@ -416,8 +425,8 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
 
     def load_dataset(path, name, split):
         asked.append((path, name, split))
-        return [{"question": "a", "answer": "5"}]
-    pytest.importorskip("datasets")
+        return datasets.Dataset.from_list([{"question": "a", "answer": "5"}])
+    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     for name in ("aime25", "openai/gsm8k:main"):
         assert len(math_questions(name)) == 1
