@@ -370,7 +370,9 @@ def own_reward(name):
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 
     def earned(completion, question):
-        value = guarded(name, own, completion, dict(question))       # its changes are its own
+        # Its changes are its own; "prompt" is a list, which it could change for all.
+        asked = {key: value for key, value in question.items() if key != "prompt"}
+        value = guarded(name, own, completion, asked)
         require(guarded(name, math.isfinite, value) and abs(value) < 1e30,
                 f"--reward {name}: gave {value}, which is no finite number below 1e30")
         return float(value)

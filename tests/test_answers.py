@@ -404,8 +404,9 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
 
 def test_the_number_of_a_label_is_no_answer(tmp_path):
     datasets = pytest.importorskip("datasets")
-    labels = datasets.Features(question=datasets.Value("string"), answer=datasets.ClassLabel(names=["yes", "no"]))
-    rows = datasets.Dataset.from_dict({"question": ["Is it?"], "answer": ["no"]}, labels)
+    text, label = datasets.Value("string"), datasets.ClassLabel(names=["yes", "no"])
+    rows = datasets.Dataset.from_dict({"question": ["Is it?"], "answer": ["no"]},
+                                      datasets.Features(question=text, answer=label))
     rows.to_parquet(f"{tmp_path}/rows.parquet")
     with pytest.raises(UserError, match="rows.parquet:1: no question, or no answer that stands alone"):
         math_questions(f"{tmp_path}/rows.parquet")
