@@ -273,7 +273,7 @@ class ChatText:
                 self.in_question = True
                 print("the chat template leaves the system's message out: each question begins with it")
             for name in self.options:
-                require(re.search(rf"\b{name}\b", str(self.tokenizer.chat_template)),
+                require(name in re.findall(r"\w+", str(self.tokenizer.chat_template)),
                         f"its chat template reads no {name} of --chat-template-kwargs")
             self.prompt("A question?")     # no question later fails where this one does not
         except Exception as e:

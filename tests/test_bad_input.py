@@ -167,6 +167,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--max-new-tokens 511": "no prompt fits into 1 tokens",
     "--chat-template-kwargs [1]": "invalid JSON_object value",
     '--chat-template-kwargs {"enable_thinkin":true}': "its chat template reads no enable_thinkin of --chat",
+    '--chat-template-kwargs {".*":true}': "its chat template reads no .* of --chat",
     "--out used": "used: is not empty",
     "--out used/metrics.jsonl": "used/metrics.jsonl: is a file",
     "--resume": "run: no checkpoint is there",
