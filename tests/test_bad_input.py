@@ -318,6 +318,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     summary = read_json(tmp_path / "runs/new/summary.json")
     assert (summary["steps"], summary["settings"]["save_every"]) == (4, 2)
     assert "has done 4; give more" in refused("--resume --steps 3")
+    assert "was started with preset = None" in refused("--resume --preset paper")
 
 
 @by_both_engines
