@@ -49,7 +49,7 @@ PLAIN = {
     r"\^?\s?\{?\\circ\}?": "°",
     r"\\(?:(?:text|math)?(?:bf|it|rm|sf|tt|normal)|text|math|boldsymbol|bm|mbox|f?box(?:ed)?|left|right"
     r"|underline|displaystyle|small|[lL]arge|LARGE|[hH]uge|q?quad)(?![A-Za-z])"
-    r"|\\[()\[\],:; ]|[~\u00a0\u202f]": " ",
+    r"|\\[()\[\],:; ]|~|[^\S\t-\r]": " ",     # any space but tabs and ends of lines
     r"\\[hv]?phantom\s?\{[^{}]*\}|(?<!\\)[{}]|\\!|[\u200b-\u200d\u2060\ufeff]": "",
     r"\\([$%])": r"\1",
     r"\bpercent\b": "%",
@@ -299,7 +299,8 @@ def tex_comparison():
 
 # TeX that is too much work to compare: long numbers, exponents and factorials, towers of powers.
 HEAVY = re.compile(r"""
-    \d{16} | \^\s?\{?\s?-?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9} | \^\s? (?: \{ [^{}]* | \w\s? ) \^
+    \d{16} | (?: \^ | \d\s?E ) \s?\{?\s?[-+]?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9}
+    | \^\s? (?: \{ [^{}]* | \w\s? ) \^
 """, re.VERBOSE)
 # What math-verify does not tell apart: bases, factorials, sets, pairs and points.
 MARKS = re.compile(r"_\s?\{?(\w+)|(\w+)\s?!|(\\\{)|(\[)[^][()]*,")
@@ -330,7 +331,8 @@ def is_equal(given, answer, question, prose=False):
     if len(sides) > 1 and "=" not in answer and not prose:
         verdicts = [is_equal(side, answer, question) for side in sides]
         return None if None in verdicts else all(verdicts)
-    more_words = {*" ".join(TEXT.findall(given)).split()} - {*re.findall(r"\w+", answer + question)}
+    words = re.findall(r"[^\s()]+", " ".join(TEXT.findall(given)).lower())
+    more_words = {*words} - {*re.findall(r"\w+", f"{answer} {question}".lower())}
     if not prose and (more_words or MARKS.findall(given) != MARKS.findall(answer)):
         return False
     compare = tex_comparison()
@@ -368,7 +370,9 @@ def own_reward(name):
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 
     def earned(completion, question):
-        value = guarded(name, own, completion, dict(question))       # its changes are its own
+        # Its changes are its own; "prompt" is a list, which it could change for all.
+        asked = {key: value for key, value in question.items() if key != "prompt"}
+        value = guarded(name, own, completion, asked)
         require(guarded(name, math.isfinite, value) and abs(value) < 1e30,
                 f"--reward {name}: gave {value}, which is no finite number below 1e30")
         return float(value)

@@ -192,6 +192,8 @@ def rows_of(source):
     """The rows of a file or a dataset as dicts."""
     if source.endswith((".jsonl", ".json")):
         return json_rows(source)
+    # Of a folder the library would take the questions to train on.
+    require(not os.path.isdir(source), f"{source}: is a folder; name a file in it")
     name, config, split, *_ = f"{DATASETS.get(source, source)}::".split(":")
     options = {"name": config or None, "split": split or "train"}
     if os.path.isfile(source):
@@ -202,7 +204,9 @@ def rows_of(source):
         options = {"data_files": glob.escape(source), "split": "train"}
     try:
         import datasets
-        return datasets.load_dataset(name, **options)
+        found = datasets.load_dataset(name, **options)
+        labels = [name for name, kind in found.features.items() if isinstance(kind, datasets.ClassLabel)]
+        return found.remove_columns(labels)                    # a label's number is no answer
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
     except Exception as e:
@@ -269,7 +273,7 @@ class ChatText:
                 self.in_question = True
                 print("the chat template leaves the system's message out: each question begins with it")
             for name in self.options:
-                require(re.search(rf"\b{name}\b", str(self.tokenizer.chat_template)),
+                require(name in re.findall(r"\w+", str(self.tokenizer.chat_template)),
                         f"its chat template reads no {name} of --chat-template-kwargs")
             self.prompt("A question?")     # no question later fails where this one does not
         except Exception as e:

@@ -40,6 +40,8 @@ def check_settings(settings, processes, given):
         "lora_alpha": settings.lora_rank,
         "chat_template_kwargs": settings.model,
         "start_seed": not settings.model,
+        "validation_samples": settings.eval_every,
+        "gpu": settings.dry_run,
     }
     if settings.save_quantized:
         read = {name: name in SAVING for name in given}

@@ -26,7 +26,7 @@ from harness.errors import UserError, require
 
 
 # Settings that are a process's own: where a run lives, what is done with it.
-FREE = {"out", "resume", "eval_only", "shard", "preset", "save_quantized", "dry_run", "gpu"}
+FREE = {"out", "resume", "eval_only", "shard", "save_quantized", "dry_run", "gpu"}
 # Others that flags may change for the rest of a run.
 CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens", "exact", "device"}
 # What an adapter belongs to, with the questions that codes are fitted to, and the reward, which goes

@@ -100,7 +100,7 @@ def test_only_one_clear_number_counts(text, five):
         assert is_right("\\boxed{5}", text, QUESTION)
 
 
-@pytest.mark.parametrize("text,number", rows(r"""
+@pytest.mark.parametrize("text,number", [["1\u2009250", "1250"]] + rows(r"""
     1,250.00 | 1250
     1{,}250 | 1250
     1\,250 | 1250
@@ -201,6 +201,8 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     | \sqrt{2} | \sqrt2   2^{1/2} | 1.414214   1.4142135624   \sqrt{2}\text{ hundred}
     | p - q | -q+p | p+q
     | \text{Evelyn} | Evelyn | Eve
+    Is 7 even or odd? | \text{odd} | odd   \text{Odd}   \textbf{odd} | even   \text{Even}
+    Which is it? | C | C   (C)   \text{C}   \textbf{(C)} | D   \text{(D)}
     | 2x | 2x | 3, 2x   3x=2x
     | (5,\infty) | (5,\infty)   \left(5,\infty\right) | 5
     | 2\pi | x = \frac{4\pi}{2} = 2\pi | 1+1 = 2\pi
@@ -223,7 +225,7 @@ def test_a_right_answer_in_tex_says_what_is_right(question, right, fine, wrong):
 
 
 @pytest.mark.parametrize("text", [
-    "x^{1000000}", "9^{9^{9}}", "x^9^9", "(999)!", "\\sqrt{12345678901234567}",
+    "x^{1000000}", "9^{9^{9}}", "x^9^9", "(999)!", "9E999999", "\\sqrt{12345678901234567}",
     "x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2", "(" * 300 + "x" + ")" * 300, "{{a}+" * 20 + "x" + "}" * 20])
 def test_answers_that_are_too_much_work_are_left_out_and_counted(text):
     """Whatever the machine has to do besides; the same text is right."""
@@ -400,6 +402,16 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
     assert (found["question"], found["right"]) == ("f[1]", "5.50")
 
 
+def test_the_number_of_a_label_is_no_answer(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    text, label = datasets.Value("string"), datasets.ClassLabel(names=["yes", "no"])
+    rows = datasets.Dataset.from_dict({"question": ["Is it?"], "answer": ["no"]},
+                                      datasets.Features(question=text, answer=label))
+    rows.to_parquet(f"{tmp_path}/rows.parquet")
+    with pytest.raises(UserError, match="rows.parquet:1: no question, or no answer that stands alone"):
+        math_questions(f"{tmp_path}/rows.parquet")
+
+
 @pytest.mark.parametrize("content", [
     '[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]',
     '{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n',
@@ -414,8 +426,8 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
 
     def load_dataset(path, name, split):
         asked.append((path, name, split))
-        return [{"question": "a", "answer": "5"}]
-    pytest.importorskip("datasets")
+        return datasets.Dataset.from_list([{"question": "a", "answer": "5"}])
+    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     for name in ("aime25", "openai/gsm8k:main"):
         assert len(math_questions(name)) == 1

@@ -56,6 +56,8 @@ from test_answers import chat_text
     "--weights bf16 --lora-rank 0 --beta 0 --lora-alpha 8": "--lora-alpha: changes nothing",
     "--chat-template-kwargs {}": "--chat-template-kwargs: changes nothing",
     "--model m --start-seed 3": "--start-seed: changes nothing",
+    "--gpu H100": "--gpu: changes nothing",
+    "--validation 3 --validation-samples 4": "--validation-samples: changes nothing",
 }.items())
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(UserError, match=message):
@@ -158,12 +160,14 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--model text-end": "eos_token_id is [256, '</s>'], not a number or a list of numbers",
     "--data used": "no file matches",
     "--eval none.jsonl": "No such file or directory: 'none.jsonl'",
+    "--eval used": "used: is a folder; name a file in it",
     "--eval used/answers.pandas": "is no .jsonl, .json or .parquet",      # the library unpickles it
     "--validation 64": "has 64 training questions that are not held out",
     "--dry-run --model used": "its config.json cannot be read",
     "--max-new-tokens 511": "no prompt fits into 1 tokens",
     "--chat-template-kwargs [1]": "invalid JSON_object value",
     '--chat-template-kwargs {"enable_thinkin":true}': "its chat template reads no enable_thinkin of --chat",
+    '--chat-template-kwargs {".*":true}': "its chat template reads no .* of --chat",
     "--out used": "used: is not empty",
     "--out used/metrics.jsonl": "used/metrics.jsonl: is a file",
     "--resume": "run: no checkpoint is there",
@@ -314,6 +318,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     summary = read_json(tmp_path / "runs/new/summary.json")
     assert (summary["steps"], summary["settings"]["save_every"]) == (4, 2)
     assert "has done 4; give more" in refused("--resume --steps 3")
+    assert "was started with preset = None" in refused("--resume --preset paper")
 
 
 @by_both_engines

@@ -100,6 +100,15 @@ if __name__ == "__main__":
 """).stdout == "3.0\n"
 
 
+def test_what_an_own_reward_changes_in_a_question_is_its_own(tmp_path):
+    path = tmp_path / "careless.py"
+    path.write_text("def f(text, question):\n    question.get('prompt', []).clear()\n"
+                    "    question.clear()\n    return 1\n")
+    question = {"right": 5, "prompt": [1]}
+    train_gsm8k.find_reward(f"{path}:f")("", question)
+    assert question == {"right": 5, "prompt": [1]}
+
+
 def peft_adapter(folder, out, layers="all-linear"):
     """A random adapter that PEFT made and saved -> PEFT's model."""
     peft = pytest.importorskip("peft")
