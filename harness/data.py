@@ -50,7 +50,7 @@ def load_questions(settings):
     elif data == "gsm8k" or os.path.isdir(data):
         folder = data if os.path.isdir(data) else made_once("openai-gsm8k", download)
         questions = read_questions(folder, "train*.jsonl")
-        held_out = read_questions(folder, "test*.jsonl")
+        held_out = [] if settings.eval else read_questions(folder, "test*.jsonl")
     else:
         require(settings.eval, f"--data {data}: is no folder, and a dataset has no held-out questions; name "
                                "some by --eval")

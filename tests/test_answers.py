@@ -451,10 +451,11 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
         write_jsonl(f"{name}.jsonl", [{"question": q, "answer": "5"} for q in asked])
     settings = train_gsm8k.Settings(
         data="train.jsonl", eval=["one.jsonl", "two.jsonl"], eval_questions=2, validation=1)
-    sets = load_questions(settings)
-    assert [[q["question"] for q in questions] for questions in sets] == [
-        ["a", "b", "5²"], ["52"], ["c", "d", "f"]]
-    assert "6 of 10 training questions are held out, too, and are left out" in capsys.readouterr().out
+    for data in "train.jsonl", str(tmp_path):                          # a folder without test*.jsonl
+        sets = load_questions(replace(settings, data=data))
+        assert [[q["question"] for q in questions] for questions in sets] == [
+            ["a", "b", "5²"], ["52"], ["c", "d", "f"]]
+        assert "6 of 10 training questions are held out, too, and are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="has no held-out questions; name some by --eval"):
         load_questions(replace(settings, eval=None))
 
