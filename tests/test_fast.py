@@ -58,13 +58,12 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
     assert len(decoded) == 2 * layers
 
 
-def test_a_kept_sampler_samples_anew(family):
+def test_a_kept_sampler_samples_anew(model):
     """Other prompts, noise and LoRA than in the rollout before, which ended with fewer slots.
 
     Once half of 33 slots are idle and no prompt waits, 16 go on. What recorded graphs read keeps its
     address; a longer prompt asks for another cache.
     """
-    model = with_lora(family[0])
     model.keep_sampler = True
     options = dict(temperature=0, eos=range(120))
     samplers = []
