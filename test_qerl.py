@@ -27,7 +27,6 @@ from torch.testing import assert_close
 
 import qerl
 from harness import fast
-from harness.export import save_adapter
 
 HERE = Path(__file__).resolve().parent
 CUDA = torch.cuda.is_available()
@@ -235,7 +234,7 @@ def test_nf4_equals_bitsandbytes(kind):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Quantised linear with LoRA
+# 2. Quantised linear with LoRA               (tests/test_options.py and test_serving.py have PEFT)
 
 def stacked_layer(weights, dense):
     """A QuantLinear of dense layers over one input, each quantised by itself."""
@@ -243,18 +242,6 @@ def stacked_layer(weights, dense):
     sizes = list(map(len, dense))
     weight = fast.PackedWeight(format, *qerl.stack_parts(map(format.quantize, dense)))
     return fast.QuantLinear(list("abc"[:len(sizes)]), sizes, dense[0].shape[1], weight, None)
-
-
-def test_adapter_loads_in_peft_with_the_same_logits(tmp_path):
-    """Eq. 2, of stacked layers and of others, and the norms."""
-    peft = pytest.importorskip("peft")
-    folder, theirs = make_folder(tmp_path / "base", "qwen3")
-    ours = with_lora(folder, qerl, weights="bf16", train_norms=True, lora_alpha=6)
-    save_adapter(ours, tmp_path / "adapter", folder)
-    with torch.no_grad():
-        assert relative(ours(TOKENS), theirs(TOKENS).logits) > 1e-2
-        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-        assert relative(ours(TOKENS), theirs(TOKENS).logits) < 1e-4
 
 
 # --------------------------------------------------------------------------------------------------
