@@ -354,13 +354,12 @@ def test_a_checkpoint_of_another_version_is_refused(finished, tmp_path, change, 
 
 
 @needs_fork
-@pytest.mark.parametrize("engine", ["plain", "fast"])
-def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path, engine):
+def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     """Adapter, AdamW's moments, both generators, the questions drawn, the log: all go on."""
     importlib.import_module("matplotlib.figure")                        # once, not in each child
     flags = ("--steps 2 --save-every 1 --eval-questions 2 --algo dapo --train-norms --tis 2 "
              "--sigma-start 0.2 --sigma-end 0.1 --stages 2")
-    options = ("--model", quiz, "--data", quiz, *QUICK, LEARNING, flags, "--engine", engine)
+    options = ("--model", quiz, "--data", quiz, *QUICK, LEARNING, flags)
     rename = os, "replace"
     whole = tmp_path / "whole"
     renames = killed_at(rename, 0, *options, "--out", whole)
