@@ -479,15 +479,14 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Text <-> tokens
 
-def chat_text(qwen, folder, template=None, added=(), special=True, ends_texts=False):
-    """A ChatText, whose system asks for a box, of the model `qwen` with another tokenizer."""
+def chat_text(qwen, folder, template=None, added=(), special=True):
+    """A ChatText, whose system asks for a box, of the model `qwen`; its tokenizer ends each text."""
     shutil.copytree(qwen, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(added), special_tokens=special)
     tokenizer.chat_template = template
-    if ends_texts:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
     tokenizer.save_pretrained(folder)
     return ChatText(str(folder), "Box it: \\boxed{}.")
 
@@ -510,7 +509,7 @@ def test_the_instruction_stands_in_each_prompt(qwen, tmp_path, capsys, template,
 @pytest.mark.parametrize("token", ["</answer>", "\\boxed{"])
 def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, token):
     """A prompt without a template does not end the text, though its tokenizer ends each."""
-    text = chat_text(qwen, tmp_path / "model", added=[token, "<|pad|>"], ends_texts=True)
+    text = chat_text(qwen, tmp_path / "model", added=[token, "<|pad|>"])
     ids = text.tokenizer.encode(f"a{token}b<|pad|>c")
     assert ids[-1] in text.eos
     assert text.decode(ids) == f"a{token}bc"

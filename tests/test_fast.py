@@ -25,7 +25,9 @@ def test_plain_and_fast_compute_the_same(family, weights):
             # Thirty completions and as many slots: both draw the same random numbers.
             drawn = engine.generate(model, prompts, 16, 2, 0.7, 0.9, range(20), generator=seeded(1))
             greedy = engine.generate(model, prompts, 16, temperature=0, eos=range(120), slots=4)
-        logprobs = engine.token_logprobs(model, repeated, drawn.tokens, drawn.length, 0.7)
+        length = drawn.length.clone()
+        length[[4, -2, -1]] = 0                        # completions may be empty, also the last ones
+        logprobs = engine.token_logprobs(model, repeated, drawn.tokens, length, 0.7)
         gradient = gradient_of(model, (logprobs * logprobs.detach().sin()).sum())
         found.append(([vars(drawn), vars(greedy), logprobs.detach()], gradient))
     (plain, plain_gradient), (quick, quick_gradient) = found
@@ -58,13 +60,12 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
     assert len(decoded) == 2 * layers
 
 
-def test_a_kept_sampler_samples_anew(family):
+def test_a_kept_sampler_samples_anew(model):
     """Other prompts, noise and LoRA than in the rollout before, which ended with fewer slots.
 
     Once half of 33 slots are idle and no prompt waits, 16 go on. What recorded graphs read keeps its
     address; a longer prompt asks for another cache.
     """
-    model = with_lora(family[0])
     model.keep_sampler = True
     options = dict(temperature=0, eos=range(120))
     samplers = []
@@ -96,11 +97,3 @@ def test_output_layer_runs_in_chunks(model):
     rows = [len(call.args[0]) for call in spy.call_args_list]
     assert max(rows) == 8
     assert sum(rows) == length.sum()
-
-
-def test_a_completion_may_be_empty(model):
-    """Also the last one."""
-    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
-    completions, length = TOKENS[[0, 1, 1], :4], torch.tensor([3, 0, 0])
-    ours, theirs = (engine.token_logprobs(model, prompts, completions, length) for engine in (fast, qerl))
-    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

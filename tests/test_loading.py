@@ -107,8 +107,9 @@ def output_alone(tensors):
 
 
 def copies(tensors):
-    """What is computed, and the embedding once more."""
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
+    """What is computed or scales the KV cache, and the embedding once more."""
+    for name in ("rotary_emb.inv_freq", "k_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
     tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
 
 
@@ -140,15 +141,12 @@ def test_a_wrong_format_is_told_by_its_name(qwen, monkeypatch, quantize, message
 def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     """NVFP4A16 made with the library: each layer with its own global scale, two left in 16 bit.
 
-    One of them, UP, is stacked with GATE in 4 bits. Among them stand tensors that change nothing.
+    One of them, UP, is stacked with GATE in 4 bits.
     """
     folder, theirs = made_qwen
     decoded = copy.deepcopy(theirs)
 
     def compress(tensors):
-        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
-        for name in ("rotary_emb.inv_freq", "k_scale"):
-            tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
         for name, weight in decoded.named_parameters():
             if name.endswith("_proj.weight") and name not in (DOWN, UP):
                 state, weight.data = compressed_tensors(tensors.pop(name), "NVFP4")

@@ -119,7 +119,7 @@ def peft_adapter(folder, out, layers="all-linear"):
     return model
 
 
-def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
+def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path):
     """Its policy is PEFT's; the KL to the reference is 0 in the first minibatch, whose policy it is."""
     theirs = peft_adapter(qwen, tmp_path / "adapter")
     ours = fast.load_model(qwen, "bf16", lora_rank=2, lora_alpha=8)
@@ -128,7 +128,6 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
         assert relative(ours(TOKENS), theirs(TOKENS).logits) < 1e-4
     run_main(*quick, LEARNING, "--steps 2 --weights bf16 --reward random --beta 0.1 --skip-eval-before",
              "--adapter", tmp_path / "adapter")
-    assert "with which --beta compares" in capsys.readouterr().out
     settings = read_json(tmp_path / "run/summary.json")["settings"]
     assert (settings["lora_rank"], settings["lora_alpha"]) == (2, 8)
     kl = [m["kl"] for m in read_jsonl(tmp_path / "run/metrics.jsonl")]
@@ -184,10 +183,7 @@ def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, capsys
     shutil.copytree(qwen, model)
     (model / "chat_template.jinja").write_text(
         "{{ messages[-1].content }}<eos>{% if enable_thinking is false %}<think></think>{% endif %}")
-    run_main(*quick, "--model", model, "--eval-only --eval-samples 4 --chat-template-kwargs",
-             '{"enable_thinking": false}')
+    run_main(*quick, "--model", model, "--eval-only --chat-template-kwargs", '{"enable_thinking": false}')
     said = capsys.readouterr().out
-    assert all(f"{name}_now " in said for name in ("accuracy", "pass@2", "pass@4"))
-    assert "pass@8" not in said
     shown = next(line for line in said.splitlines() if "the first prompt" in line)
     assert shown.replace(" ", "").endswith("<eos><think></think>'")

@@ -1,7 +1,6 @@
 """A run: the loop, held to the equations; full fine-tuning, float16."""
 import copy
 import itertools
-import shutil
 from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
@@ -333,17 +332,13 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(made_qwen):
         assert relative(ours.grad, gradient) < 1e-4, parts
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_path, packed):
-    """Also of a model that began in 4 bits, and of a run that goes on.
+def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_path):
+    """Of a model that began in 4 bits, and of a run that goes on.
 
     Without noise the newest weights are those that sample.
     """
     source = str(tmp_path / "source")
-    if packed:
-        save_packed(qwen, source, "cpu")
-    else:
-        shutil.copytree(qwen, source)
+    save_packed(qwen, source, "cpu")
     options = (*quick, "--model", source, LEARNING,
                "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0")
     run_main(*options, "--steps 1")

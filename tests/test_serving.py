@@ -119,7 +119,7 @@ def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkey
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained(base)
-    policy = with_lora(base, dtype=torch.bfloat16)
+    policy = with_lora(base, dtype=torch.bfloat16, train_norms=True, lora_alpha=6)
     export.save_adapter(policy, f"runs/{base}-nvfp4-grpo-1/adapter", base)
     page = (HERE / "docs/serving.md").read_text(encoding="utf-8")
     serving, merging = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
