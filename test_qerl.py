@@ -292,7 +292,19 @@ def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Sampler                     (test_fast.py compares two; test_run.py what they say with section 7)
+# 5. Sampler
+
+def test_greedy_completions_equal_transformers(family):
+    """Two of each prompt, a prompt at a time."""
+    folder, theirs = family
+    model = qerl.load_model(folder, weights="bf16")
+    rollout = qerl.generate(model, PROMPTS, 12, group_size=2, temperature=0, slots=3)
+    assert not rollout.finished.any()
+    for prompt, completion in zip(TWICE, rollout.tokens.tolist()):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert prompt + completion == expected[0].tolist()
+
 
 @pytest.mark.parametrize("message,call", {
     "generate: prompts": lambda: fast.generate(None, [[1], []], 2),
