@@ -138,6 +138,9 @@ WRONG = {
         "no gradient of LoRA's part": (
             "you stop the gradient of LoRA's part",
             "(x @ A.T", "(x.detach() @ A.T"),
+        "gradient of the first row alone": (
+            "tried by gradient",
+            "(x @ A.T", "(torch.cat([x[:1], x[1:].detach()]) @ A.T"),
         "B A": (
             "x ten million ones",
             "x @ A.T @ B.T", "x @ (B @ A).T"),
@@ -260,6 +263,9 @@ WRONG = {
         "no gradient": (
             "you compute without a gradient",
             "logits.log_softmax(1)", "logits.log_softmax(1).detach()"),
+        "normaliser without a gradient": (
+            "tried by gradient",
+            "logits.log_softmax(1)", "logits - logits.logsumexp(1, keepdim=True).detach()"),
         "logarithm of softmax": (
             "-inf",
             "logits.log_softmax(1)", "logits.softmax(1).log()"),

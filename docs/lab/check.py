@@ -90,13 +90,14 @@ REFERENCE = {name: getattr(qerl, name) for name in POINTS if name != "cases"}
 # ways are functions here, which get the student's function; a case names its way as "try".
 
 def gradient(function, by, **given):
-    """By one argument, of a tuple's first tensor, or of the sum of a tensor's first row."""
+    """By one argument, of the sum of a tensor or of the first of several; by a model's tables."""
     given[by].requires_grad_()
     result = function(**given)
     if isinstance(result, tuple) and result[1].requires_grad:
         raise AssertionError("the second result has a gradient; it should have none")
-    result[0].sum().backward()
-    return given[by].grad
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    first.sum().backward()
+    return given[by].tables.grad if by == "model" else given[by].grad
 
 
 def has_gradient(function, **given):
@@ -319,7 +320,8 @@ RANDOM = {
     "noise_sigma": a_step,
     "sample": one_of(one_likely_token, probabilities),
     "group_advantages": some_rewards,
-    "token_logprobs": completions_of_prompts,
+    "token_logprobs": one_of(completions_of_prompts, lambda: {
+        "try": "gradient", "by": "model", **completions_of_prompts(), "model": Toy(torch.float32)}),
     "policy_loss": one_of(a_batch, lambda: {"try": "gradient", "by": "logprobs", **a_batch()}),
 }
 
