@@ -226,6 +226,15 @@ WRONG = {
         "drawn at temperature 0": (
             "temperature 0",
             "if temperature == 0", "if False"),
+        "the likeliest token's logprob": (
+            "not that of the token that was drawn",
+            "logprobs.gather(1, token)[:, 0]", "logprobs.amax(1)"),
+        "logits divided in their dtype": (
+            "random input",
+            "(logits.float() / (temperature or 1))", "(logits / (temperature or 1)).float()"),
+        "log of softmax": (
+            "nan",
+            ".log_softmax(1)\n    p = logprobs.exp()", ".softmax(1).log()\n    p = logprobs.exp()"),
         "logits changed": (
             "you change the argument logits",
             "logits.float() / (temperature or 1)", "logits.div_(temperature or 1).float()"),
@@ -267,7 +276,7 @@ WRONG = {
             "tried by gradient",
             "logits.log_softmax(1)", "logits - logits.logsumexp(1, keepdim=True).detach()"),
         "logarithm of softmax": (
-            "-inf",
+            "nan",
             "logits.log_softmax(1)", "logits.softmax(1).log()"),
         "the model's mode": (
             "you change the argument model",
@@ -275,6 +284,9 @@ WRONG = {
         "in the model's dtype": (
             "random input",
             "[0].float()", "[0]"),
+        "temperature in the model's dtype": (
+            "random input",
+            "model(tokens)[0].float() / temperature", "(model(tokens)[0] / temperature).float()"),
     },
     "policy_loss": {
         "clip on the wrong side": (
@@ -360,6 +372,9 @@ RIGHT = {
         "by numpy": (
             "start * (end / start)",
             "start * __import__('numpy').float64(end / start)"),
+        "in numpy's float32": (
+            "return start *",
+            "return __import__('numpy').float32(start) *"),
         "0 as a whole number": (
             "return 0.0",
             "return 0"),
