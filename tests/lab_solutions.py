@@ -175,6 +175,21 @@ WRONG = {
             "you draw the same noise each time",
             "for norm in norms:\n        z",
             "generator = generator or torch.Generator().manual_seed(0)\n    for norm in norms:\n        z"),
+        "generator started again": (
+            "you start `generator` again",
+            "for norm in norms:\n        z",
+            "if generator:\n        generator.manual_seed(generator.initial_seed())\n    for norm in norms:\n        z"),
+        "nothing at sigma 0": (
+            "the block should run at sigma 0",
+            "    norms = [", "    if sigma == 0:\n        return\n    norms = ["),
+        "a smallest sigma": (
+            "you add noise at sigma 0",
+            "sigma * z", "max(sigma, 1e-3) * z"),
+        "norms of one size": (
+            "RuntimeError",
+            "for norm in norms:\n        z = torch.randn(norm.weight.shape, generator=generator)",
+            "draws = torch.randn(len(norms), len(norms[0].weight), generator=generator)\n"
+            "    for norm, z in zip(norms, draws):"),
         "error swallowed": (
             "you swallow the error",
             "    finally:", "    except Exception:\n        pass\n    finally:"),
@@ -226,6 +241,12 @@ WRONG = {
         "drawn at temperature 0": (
             "temperature 0",
             "if temperature == 0", "if False"),
+        "the same tokens each time": (
+            "you draw the same tokens each time",
+            "    place = torch", "    generator = generator or torch.Generator().manual_seed(0)\n    place = torch"),
+        "generator started again": (
+            "you start `generator` again",
+            "    place = torch", "    if generator:\n        generator.manual_seed(0)\n    place = torch"),
         "the likeliest token's logprob": (
             "not that of the token that was drawn",
             "logprobs.gather(1, token)[:, 0]", "logprobs.amax(1)"),

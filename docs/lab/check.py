@@ -112,8 +112,8 @@ def wide(function):
 
 
 def two_norms(weight=3.0):
-    """(a model, its two RMSNorms: the model's own and a deeper one); all scales are `weight`."""
-    own, deeper = (qerl.RMSNorm(name, torch.full((65536,), weight), 1e-6) for name in "ab")
+    """(a model, its two RMSNorms: the model's own and a smaller, deeper one); all scales are `weight`."""
+    own, deeper = (qerl.RMSNorm("a", torch.full((size,), weight), 1e-6) for size in (65536, 32768))
     return torch.nn.ModuleList([own, torch.nn.ModuleList([deeper])]), [own, deeper]
 
 
@@ -131,7 +131,7 @@ def spread_of_noise(function, **given):
     if some noise is beyond 3.5.
     """
     own, deeper = noise(function, 0, **given)
-    figures = [own.std(), deeper.std(), (own * deeper).mean(), own.abs().mean(),
+    figures = [own.std(), deeper.std(), (own[:32768] * deeper).mean(), own.abs().mean(),
                own.abs().max().gt(3.5).float()]
     return torch.stack(figures).round(decimals=1).tolist()
 
@@ -143,14 +143,25 @@ def repeated_noise(function):
 
 
 def noise_of_a_norm(function):
-    """Of a model that is one norm: noisy_weight's type, its dtype, and is it the same in two blocks?"""
+    """Of a model that is one norm: noisy_weight's type and dtype.
+
+    And is it the same in two blocks without a generator, and in two with one?
+    """
     norm = two_norms()[1][0]
+    one = torch.Generator()
     drawn = []
-    for _ in range(2):
-        with function(norm, 0.1):
+    for generator in (None, None, one, one):
+        with function(norm, 0.1, generator):
             drawn.append(norm.noisy_weight)
-    first, second = drawn
-    return [type(first).__name__, shown(first.dtype), first.equal(second)]
+    first, second, third, fourth = drawn
+    return [type(first).__name__, shown(first.dtype), first.equal(second), third.equal(fourth)]
+
+
+def without_noise(function):
+    """At sigma 0: do the two norms compute with their own weights?"""
+    model, norms = two_norms()
+    with function(model, 0.0):
+        return [norm.scale.equal(norm.weight) for norm in norms]
 
 
 def after_the_block(function, error):
@@ -174,6 +185,13 @@ def frequencies(function, logits, **given):
     right = (rows / given.get("temperature", 1)).log_softmax(1).gather(1, tokens[:, None])[:, 0]
     assert likeness(logprobs, right), "logprob is not that of the token that was drawn"
     return tokens.bincount(minlength=logits.shape[1]) / len(tokens)
+
+
+def drawn_again(function):
+    """Are two draws of 100 tokens equal, without a generator and with one?"""
+    def draw(generator):
+        return function(torch.zeros(100, 5), generator=generator)[0]
+    return [draw(generator).equal(draw(generator)) for generator in (None, torch.Generator())]
 
 
 def shares(function, probabilities, **given):
