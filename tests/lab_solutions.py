@@ -256,6 +256,9 @@ WRONG = {
         "log of softmax": (
             "nan",
             ".log_softmax(1)\n    p = logprobs.exp()", ".softmax(1).log()\n    p = logprobs.exp()"),
+        "arguments in another order": (
+            "in their order",
+            "temperature=1.0, top_p=1.0,", "top_p=1.0, temperature=1.0,"),
         "logits changed": (
             "you change the argument logits",
             "logits.float() / (temperature or 1)", "logits.div_(temperature or 1).float()"),

@@ -90,14 +90,14 @@ REFERENCE = {name: getattr(qerl, name) for name in POINTS if name != "cases"}
 # ways are functions here, which get the student's function; a case names its way as "try".
 
 def gradient(function, by, **given):
-    """By one argument, of the sum of a tensor or of the first of several; by a model's tables."""
+    """By one argument, of a tensor's sum or that of the first of several; by a Toy's logits of each token."""
     given[by].requires_grad_()
     result = function(**given)
     if isinstance(result, tuple) and result[1].requires_grad:
         raise AssertionError("the second result has a gradient; it should have none")
     first = result if isinstance(result, torch.Tensor) else result[0]
     first.sum().backward()
-    return given[by].tables.grad if by == "model" else given[by].grad
+    return given[by].tables.grad.sum((0, 1)) if by == "model" else given[by].grad
 
 
 def has_gradient(function, **given):
@@ -466,6 +466,10 @@ def grade(name, file, seed=0):
     # harness/engines.py has the same rule
     if not code or code.co_filename != str(file) or "NotImplementedError" in code.co_names:
         return 0, ["not written yet: the file has no `def` of it, or still NotImplementedError"]
+    theirs, ours = (of.co_varnames[:of.co_argcount]
+                    for of in (code, inspect.unwrap(REFERENCE[name]).__code__))
+    if theirs[:len(ours)] != ours[:len(theirs)]:
+        return 0, ["the arguments should be those of the `def` in student.py, in their order"]
     fixed = [run_case(function, case, file) for case in CASES[name]]
     shares, lines = zip(*fixed)
     # The first random input that is not right decides.
