@@ -144,6 +144,9 @@ WRONG = {
         "B A": (
             "x ten million ones",
             "x @ A.T @ B.T", "x @ (B @ A).T"),
+        "sums in bfloat16": (
+            "random input",
+            "(x @ A.T @ B.T)", "(x.bfloat16() @ A.bfloat16().T @ B.bfloat16().T).to(x.dtype)"),
         "always float32": (
             "a dtype is not",
             "y = weight.multiply(x)", "y = weight.multiply(x).float()"),
@@ -178,7 +181,7 @@ WRONG = {
         "generator started again": (
             "you start `generator` again",
             "for norm in norms:\n        z",
-            "if generator:\n        generator.manual_seed(generator.initial_seed())\n    for norm in norms:\n        z"),
+            "if generator:\n        generator.manual_seed(0)\n    for norm in norms:\n        z"),
         "nothing at sigma 0": (
             "the block should run at sigma 0",
             "    norms = [", "    if sigma == 0:\n        return\n    norms = ["),
@@ -243,7 +246,8 @@ WRONG = {
             "if temperature == 0", "if False"),
         "the same tokens each time": (
             "you draw the same tokens each time",
-            "    place = torch", "    generator = generator or torch.Generator().manual_seed(0)\n    place = torch"),
+            "    place = torch",
+            "    generator = generator or torch.Generator().manual_seed(0)\n    place = torch"),
         "generator started again": (
             "you start `generator` again",
             "    place = torch", "    if generator:\n        generator.manual_seed(0)\n    place = torch"),
@@ -259,6 +263,9 @@ WRONG = {
         "arguments in another order": (
             "in their order",
             "temperature=1.0, top_p=1.0,", "top_p=1.0, temperature=1.0,"),
+        "entropy of the likely": (
+            "random input",
+            "(p * logprobs).sum(1)", "(p * logprobs * (p > 1e-3)).sum(1)"),
         "logits changed": (
             "you change the argument logits",
             "logits.float() / (temperature or 1)", "logits.div_(temperature or 1).float()"),
