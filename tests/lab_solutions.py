@@ -138,9 +138,15 @@ WRONG = {
         "no gradient of LoRA's part": (
             "you stop the gradient of LoRA's part",
             "(x @ A.T", "(x.detach() @ A.T"),
+        "gradient of the first row alone": (
+            "tried by gradient",
+            "(x @ A.T", "(torch.cat([x[:1], x[1:].detach()]) @ A.T"),
         "B A": (
             "x ten million ones",
             "x @ A.T @ B.T", "x @ (B @ A).T"),
+        "sums in bfloat16": (
+            "random input",
+            "(x @ A.T @ B.T)", "(x.bfloat16() @ A.bfloat16().T @ B.bfloat16().T).to(x.dtype)"),
         "always float32": (
             "a dtype is not",
             "y = weight.multiply(x)", "y = weight.multiply(x).float()"),
@@ -172,6 +178,21 @@ WRONG = {
             "you draw the same noise each time",
             "for norm in norms:\n        z",
             "generator = generator or torch.Generator().manual_seed(0)\n    for norm in norms:\n        z"),
+        "generator started again": (
+            "you start `generator` again",
+            "for norm in norms:\n        z",
+            "if generator:\n        generator.manual_seed(0)\n    for norm in norms:\n        z"),
+        "nothing at sigma 0": (
+            "the block should run at sigma 0",
+            "    norms = [", "    if sigma == 0:\n        return\n    norms = ["),
+        "a smallest sigma": (
+            "you add noise at sigma 0",
+            "sigma * z", "max(sigma, 1e-3) * z"),
+        "norms of one size": (
+            "RuntimeError",
+            "for norm in norms:\n        z = torch.randn(norm.weight.shape, generator=generator)",
+            "draws = torch.randn(len(norms), len(norms[0].weight), generator=generator)\n"
+            "    for norm, z in zip(norms, draws):"),
         "error swallowed": (
             "you swallow the error",
             "    finally:", "    except Exception:\n        pass\n    finally:"),
@@ -223,6 +244,28 @@ WRONG = {
         "drawn at temperature 0": (
             "temperature 0",
             "if temperature == 0", "if False"),
+        "the same tokens each time": (
+            "you draw the same tokens each time",
+            "    place = torch",
+            "    generator = generator or torch.Generator().manual_seed(0)\n    place = torch"),
+        "generator started again": (
+            "you start `generator` again",
+            "    place = torch", "    if generator:\n        generator.manual_seed(0)\n    place = torch"),
+        "the likeliest token's logprob": (
+            "not that of the token that was drawn",
+            "logprobs.gather(1, token)[:, 0]", "logprobs.amax(1)"),
+        "logits divided in their dtype": (
+            "random input",
+            "(logits.float() / (temperature or 1))", "(logits / (temperature or 1)).float()"),
+        "log of softmax": (
+            "nan",
+            ".log_softmax(1)\n    p = logprobs.exp()", ".softmax(1).log()\n    p = logprobs.exp()"),
+        "arguments in another order": (
+            "in their order",
+            "temperature=1.0, top_p=1.0,", "top_p=1.0, temperature=1.0,"),
+        "entropy of the likely": (
+            "random input",
+            "(p * logprobs).sum(1)", "(p * logprobs * (p > 1e-3)).sum(1)"),
         "logits changed": (
             "you change the argument logits",
             "logits.float() / (temperature or 1)", "logits.div_(temperature or 1).float()"),
@@ -260,8 +303,11 @@ WRONG = {
         "no gradient": (
             "you compute without a gradient",
             "logits.log_softmax(1)", "logits.log_softmax(1).detach()"),
+        "normaliser without a gradient": (
+            "tried by gradient",
+            "logits.log_softmax(1)", "logits - logits.logsumexp(1, keepdim=True).detach()"),
         "logarithm of softmax": (
-            "-inf",
+            "nan",
             "logits.log_softmax(1)", "logits.softmax(1).log()"),
         "the model's mode": (
             "you change the argument model",
@@ -269,6 +315,9 @@ WRONG = {
         "in the model's dtype": (
             "random input",
             "[0].float()", "[0]"),
+        "temperature in the model's dtype": (
+            "random input",
+            "model(tokens)[0].float() / temperature", "(model(tokens)[0] / temperature).float()"),
     },
     "policy_loss": {
         "clip on the wrong side": (
@@ -338,6 +387,9 @@ RIGHT = {
         "by numpy": (
             "start * (end / start)",
             "start * __import__('numpy').float64(end / start)"),
+        "in numpy's float32": (
+            "return start *",
+            "return __import__('numpy').float32(start) *"),
         "0 as a whole number": (
             "return 0.0",
             "return 0"),

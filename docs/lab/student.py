@@ -8,9 +8,9 @@ NotImplementedError` by your code: a function that still has this line counts as
 the names and the arguments, because the training program calls your functions by them. You need
 only PyTorch, and from qerl the class RMSNorm. README.md in this folder tells the rest.
 
-Where a docstring names no dtype, a tensor is float32. No function changes a tensor or a model that
-it is given. What a docstring leaves open, such as another shape or an input that is not finite, is
-yours to choose.
+Tensors are on the CPU, and float32 where a docstring names no dtype. No function changes a tensor or
+a model that it is given. What a docstring leaves open, such as another shape or an input that is not
+finite, is yours to choose.
 
 Letters in shapes: P prompts, G completions of each, B sequences, T tokens of a sequence, C tokens of
 the longest completion, V tokens of the vocabulary, r the rank of LoRA.
