@@ -198,6 +198,8 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
     "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
     "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),
     "sliding-window": dict(layer_types=["full_attention", "sliding_attention"]),
+    "chunked attention": dict(layer_types=["chunked_attention"] * 2),
+    "rope on a part of a head": dict(partial_rotary_factor=0.5),
     "activation gelu": dict(hidden_act="gelu"),
 }.items())
 def test_unusable_configs_are_named(qwen, tmp_path, message, config):
