@@ -908,7 +908,7 @@ def check_config(config, stored_formats=(None, "nvfp4-pack-quantized")):
     supported = {
         f"architecture {config.model_type}": config.model_type in ("qwen2", "qwen3", "llama"),
         f"rope scaling {rope_type}": rope_type in ("default", "linear", "llama3", "yarn"),
-        "rope on a part of a head": rope.get("partial_rotary_factor", 1) == 1,
+        "rope on a part of a head": rope.get("partial_rotary_factor") in (None, 1),
         "sliding-window or chunked attention": set(layer_types) == {"full_attention"},
         f"activation {config.hidden_act}": config.hidden_act in ("silu", "swish"),
         f"quantisation {format}": format in stored_formats,
