@@ -138,7 +138,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
             ("no-questions", "tokenizer_config.json", {"chat_template": "Hello."}),
             ("no-end", "tokenizer_config.json", {"eos_token": None}),
             ("far-end", "generation_config.json", {"eos_token_id": 9999}),
-            ("text-end", "generation_config.json", {"eos_token_id": [256, "</s>"]})):
+            ("text-end", "generation_config.json", {"eos_token_id": [256, "</s>"]}),
+            ("no-token-end", "generation_config.json", {"eos_token_id": -1})):
         shutil.copytree(qwen, name)
         stored = read_json(Path(name, file))
         Path(name, file).write_text(json.dumps(stored | values))
@@ -155,7 +156,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--model no-questions": "different questions have the same prompt",
     "--model no-end": "has no eos_token_id",
     "--model far-end": "to 9999, its vocabulary has 262",
-    "--model text-end": "eos_token_id is [256, '</s>'], not a number or a list of numbers",
+    "--model text-end": "eos_token_id is [256, '</s>'], not a token's number or a list of such",
+    "--model no-token-end": "eos_token_id is -1, not",
     "--data used": "no file matches",
     "--eval none.jsonl": "No such file or directory: 'none.jsonl'",
     "--eval used/answers.pandas": "is no .jsonl, .json or .parquet",      # the library unpickles it
