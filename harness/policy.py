@@ -11,7 +11,7 @@ from harness.engines import find_engine, may_be_exact
 from harness.errors import require
 from harness.export import load_adapter, save_packed
 from harness.machine import fitted, keep_decoded, keep_values
-from harness.run import fingerprints
+from harness.run import fingerprints, read_checkpoint
 from harness.small_policy import WordText, warm_start
 
 # The system's message. "paper" asks for the tags of the paper's appendix E, in our words.
@@ -43,6 +43,10 @@ def load_all(settings, method, ranks):
     changes the loaded model, and the free memory is measured last.
     """
     data = load_questions(settings)
+    if settings.resume and settings.eval_only:         # the codes were fitted to the run's own questions
+        then = read_checkpoint(settings.out)["settings"]
+        begun = replace(settings, eval=then["eval"], validation=then["validation"])
+        data = data._replace(train=load_questions(begun).train)
     folder, tokenizer = find_model(settings)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
     engine = find_engine(settings)
