@@ -40,6 +40,9 @@ def check_settings(settings, processes, given):
         "lora_alpha": settings.lora_rank,
         "chat_template_kwargs": settings.model,
         "start_seed": not settings.model,
+        # Evaluations sample by --eval-temperature and --eval-top-p.
+        "temperature": not settings.eval_only,
+        "top_p": not settings.eval_only,
     }
     if settings.save_quantized:
         read = {name: name in SAVING for name in given}

@@ -56,6 +56,7 @@ from test_answers import chat_text
     "--weights bf16 --lora-rank 0 --beta 0 --lora-alpha 8": "--lora-alpha: changes nothing",
     "--chat-template-kwargs {}": "--chat-template-kwargs: changes nothing",
     "--model m --start-seed 3": "--start-seed: changes nothing",
+    "--eval-only --temperature .3 --top-p .5": "--temperature --top-p: changes nothing",
 }.items())
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(UserError, match=message):
