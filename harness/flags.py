@@ -126,7 +126,7 @@ def settings_of(settings_class, description, presets, choices, argv, processes):
     if weights != "nvfp4" or flags.shard:
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     if flags.adapter:
-        values |= adapter_settings(flags.adapter, flags.model, given)
+        values |= adapter_settings(flags.adapter, given)
     settings = settings_class(**(values | given))
     settings = replace(settings, engine=settings.engine or usual_engine(settings))
     check_settings(settings, processes, typed)
