@@ -342,6 +342,16 @@ def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick)
     run_main(*options, "--resume")
 
 
+@pytest.mark.parametrize("quick", ["plain"], indirect=True)
+def test_a_run_does_not_go_on_with_another_file_of_method(tmp_path, quick):
+    path = tmp_path / "own.py"
+    path.write_text("x = 1\n")
+    options = (*quick, "--steps 1 --method", path)
+    run_main(*options)
+    path.write_text("x = 2\n")
+    assert "the file of --method changed" in refused(*options, "--resume")
+
+
 @pytest.mark.parametrize("change,message", [
     (lambda saved: saved["made_of"].popitem(), "since .* was begun"),
     (lambda saved: saved["model"].update(more=torch.ones(1)), "checkpoint: .* of another version"),
