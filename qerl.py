@@ -900,14 +900,16 @@ def stack_parts(layers):
 
 def check_config(config, stored_formats=(None, "nvfp4-pack-quantized")):
     """Refuse, with the reason, what this transformer does not compute."""
-    rope_type = config.rope_parameters["rope_type"]
+    rope = config.rope_parameters
+    rope_type = rope["rope_type"]
     stored = getattr(config, "quantization_config", None) or {}
     format = stored.get("format") or stored.get("quant_method")
-    layer_types = getattr(config, "layer_types", None) or []
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     supported = {
         f"architecture {config.model_type}": config.model_type in ("qwen2", "qwen3", "llama"),
         f"rope scaling {rope_type}": rope_type in ("default", "linear", "llama3", "yarn"),
-        "sliding-window attention": "sliding_attention" not in layer_types,
+        "rope on a part of a head": rope.get("partial_rotary_factor") in (None, 1),
+        "sliding-window or chunked attention": set(layer_types) == {"full_attention"},
         f"activation {config.hidden_act}": config.hidden_act in ("silu", "swish"),
         f"quantisation {format}": format in stored_formats,
         "a transform_config (rotated weights)": not stored.get("transform_config"),

@@ -80,16 +80,15 @@ ANY_VALUE = {"auto_mapping", "peft_version", "base_model_name_or_path", "revisio
 ONE_VALUE = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian"]}
 
 
-def adapter_settings(folder, model, given={}):
+def adapter_settings(folder, given={}):
     """{"lora_rank", "lora_alpha"} of an adapter's folder in PEFT's format; raises UserError.
 
-    model: of --model, of which another one's adapter is warned; given: {setting: value} of the flags.
+    given: {setting: value} of the flags.
     """
     path = f"{folder}/adapter_config.json"
     try:
         config = read_json(path)
         found = {"lora_rank": int(config.pop("r")), "lora_alpha": float(config.pop("lora_alpha"))}
-        base = str(config["base_model_name_or_path"])
     except Exception as e:
         raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
                         "format, such as runs/NAME/adapter")
@@ -102,9 +101,14 @@ def adapter_settings(folder, model, given={}):
         require(not value or name in ANY_VALUE or value in ONE_VALUE.get(name, []),
                 f"--adapter {folder}: has {name} = {json.dumps(value)}, which plain LoRA has not; use an "
                 "adapter without it")
-    if model and os.path.basename(os.path.normpath(model)) not in base:
-        print(f"warning: --adapter {folder}: was trained on {base}, not on {model}")
     return found
+
+
+def warn_of_another_base(folder, base):
+    """Say so if an adapter was trained on another model than this base, or on other codes of it."""
+    trained_on = str(read_json(f"{folder}/adapter_config.json").get("base_model_name_or_path"))
+    if os.path.basename(os.path.normpath(trained_on)) not in base:
+        print(f"warning: --adapter {folder}: was trained on {trained_on}, not on {base}")
 
 
 @torch.no_grad()

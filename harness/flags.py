@@ -42,6 +42,9 @@ def check_settings(settings, processes, given):
         "start_seed": not settings.model,
         "validation_samples": settings.eval_every,
         "gpu": settings.dry_run,
+        # Evaluations sample by --eval-temperature and --eval-top-p.
+        "temperature": not settings.eval_only,
+        "top_p": not settings.eval_only,
     }
     if settings.save_quantized:
         read = {name: name in SAVING for name in given}
@@ -125,7 +128,7 @@ def settings_of(settings_class, description, presets, choices, argv, processes):
     if weights != "nvfp4" or flags.shard:
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     if flags.adapter:
-        values |= adapter_settings(flags.adapter, flags.model, given)
+        values |= adapter_settings(flags.adapter, given)
     settings = settings_class(**(values | given))
     settings = replace(settings, engine=settings.engine or usual_engine(settings))
     check_settings(settings, processes, typed)

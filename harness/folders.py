@@ -177,8 +177,8 @@ def generation_config(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         found = GenerationConfig.from_model_config(config)
     ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-    require(all(end is None or type(end) is int for end in ends),
-            f"eos_token_id is {found.eos_token_id}, not a number or a list of numbers")
+    require(all(end is None or type(end) is int and end in range(2 ** 31) for end in ends),
+            f"eos_token_id is {found.eos_token_id}, not a token's number or a list of such")
     return found
 
 

@@ -22,9 +22,8 @@ SMALLEST, LARGEST = 1e-30, 1e9
 # The cache holds the built-in policy and the codes that --quantizer has found.
 MEND = f"fetch the model again, or delete its folder in {CACHE} to have it made anew"
 IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
-# Names of tensors that a folder may have and nothing here reads: what is computed, or scales of
-# activations and of the KV cache, which stay in 16 bit.
-UNUSED = (".inv_freq", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
+# Names of tensors that a folder may have and nothing here reads: scales of activations and of the KV cache.
+SCALES = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 SINGLE = "model.safetensors"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "vocab_size")              # of a config
@@ -150,9 +149,13 @@ class WeightReader(qerl.WeightReader):
         return parts
 
     def check_all_read(self):
-        """Refuse a tensor that was not read, unless it is UNUSED or a copy of the embedding."""
-        for name in sorted(self.unread):
-            if name.endswith(UNUSED):
+        """Refuse a tensor that was not read, unless it is computed, of SCALES or a copy of the embedding."""
+        scales = {name for name in self.unread if name.endswith(SCALES)}
+        if scales:
+            print(f"{min(scales)} and the like are not used: activations and KV cache stay in 16 bit here; a "
+                  "program that uses them computes another policy")
+        for name in sorted(self.unread - scales):
+            if name.endswith(".inv_freq"):
                 continue
             pair = "lm_head.weight", "model.embed_tokens.weight"
             require(name == pair[0] and torch.equal(*(self.files[n].get_tensor(n) for n in pair)),

@@ -9,9 +9,9 @@ from harness.answers import terms
 from harness.data import ChatText, load_questions, write_prompts
 from harness.engines import find_engine, may_be_exact
 from harness.errors import require
-from harness.export import load_adapter, save_packed
+from harness.export import load_adapter, save_packed, warn_of_another_base
 from harness.machine import fitted, keep_decoded, keep_values
-from harness.run import fingerprints
+from harness.run import fingerprints, read_checkpoint
 from harness.small_policy import WordText, warm_start
 
 # The system's message. "paper" asks for the tags of the paper's appendix E, in our words.
@@ -43,12 +43,18 @@ def load_all(settings, method, ranks):
     changes the loaded model, and the free memory is measured last.
     """
     data = load_questions(settings)
+    if settings.resume and settings.eval_only:         # the codes were fitted to the run's own questions
+        then = read_checkpoint(settings.out)["settings"]
+        begun = replace(settings, eval=then["eval"], validation=then["validation"])
+        data = data._replace(train=load_questions(begun).train)
     folder, tokenizer = find_model(settings)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
     engine = find_engine(settings)
     model = load_policy(settings, engine, stored, ranks)
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
+    if settings.adapter:
+        warn_of_another_base(settings.adapter, model.name_or_path)
     data = write_prompts(data, tokenizer, model.config, settings.max_new_tokens, ranks.count)
     model.fingerprints = fingerprints(settings, stored, tokenizer.eos, data)
     if method:

@@ -356,6 +356,8 @@ def fingerprints(settings, stored, eos, data):
     """
     found = policy_fingerprints(stored, eos)
     found["file of --reward"] = reward_fingerprint(settings.reward)
+    if settings.method.endswith(".py"):
+        found["file of --method"] = fingerprint([Path(settings.method).read_bytes()])
     if settings.adapter:
         found["adapter"] = fingerprint(weight_pieces(settings.adapter))
     if not settings.eval_only:                 # which may ask other questions, anywhere

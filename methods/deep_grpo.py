@@ -100,6 +100,8 @@ class Neighbour(Method):
         require(not qerl.OBJECTIVES[self.settings.algo].redraw,
                      f"--method deep_grpo: --algo {self.settings.algo} replaces groups itself; use "
                      "--algo grpo")
+        require(not self.settings.overlong,
+                "--method deep_grpo: --overlong would count a branch from its pivot; leave it out")
 
     def prepare(self, model, folder, questions, tokenizer):
         self.tokenizer = tokenizer

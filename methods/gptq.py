@@ -12,7 +12,7 @@ other. The columns that are not yet rounded make up for the error of column j:
     W[:, k] -= (W - Q)[:, j] / U_jj · U_jk,    UᵀU = (H + λI)⁻¹, U upper triangular,
 
 where λ is 1 % of the mean of H's diagonal [Algorithm 1 of the paper]. Columns with large inputs go
-first [the authors' --act-order]. The block scales are those of RTN.
+first [the authors' --act-order]. The block scales are those of RTN, of the weights in float32.
 
 What differs from QeRL. Only the loaded bytes differ. They are found once, from 256 x 2,048 tokens of
 the training questions and answers, and the cache keeps them (methods/parts/quantizers.py).

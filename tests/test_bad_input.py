@@ -58,6 +58,7 @@ from test_answers import chat_text
     "--model m --start-seed 3": "--start-seed: changes nothing",
     "--gpu H100": "--gpu: changes nothing",
     "--validation 3 --validation-samples 4": "--validation-samples: changes nothing",
+    "--eval-only --temperature .3 --top-p .5": "--temperature --top-p: changes nothing",
 }.items())
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(UserError, match=message):
@@ -140,7 +141,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
             ("no-questions", "tokenizer_config.json", {"chat_template": "Hello."}),
             ("no-end", "tokenizer_config.json", {"eos_token": None}),
             ("far-end", "generation_config.json", {"eos_token_id": 9999}),
-            ("text-end", "generation_config.json", {"eos_token_id": [256, "</s>"]})):
+            ("text-end", "generation_config.json", {"eos_token_id": [256, "</s>"]}),
+            ("no-token-end", "generation_config.json", {"eos_token_id": -1})):
         shutil.copytree(qwen, name)
         stored = read_json(Path(name, file))
         Path(name, file).write_text(json.dumps(stored | values))
@@ -157,7 +159,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--model no-questions": "different questions have the same prompt",
     "--model no-end": "has no eos_token_id",
     "--model far-end": "to 9999, its vocabulary has 262",
-    "--model text-end": "eos_token_id is [256, '</s>'], not a number or a list of numbers",
+    "--model text-end": "eos_token_id is [256, '</s>'], not a token's number or a list of such",
+    "--model no-token-end": "eos_token_id is -1, not",
     "--data used": "no file matches",
     "--eval none.jsonl": "No such file or directory: 'none.jsonl'",
     "--eval used": "used: is a folder; name a file in it",
@@ -342,6 +345,16 @@ def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick)
         assert message in refused(*options, "--resume", flag)
         (folder / name).write_bytes(stored)
     run_main(*options, "--resume")
+
+
+@pytest.mark.parametrize("quick", ["plain"], indirect=True)
+def test_a_run_does_not_go_on_with_another_file_of_method(tmp_path, quick):
+    path = tmp_path / "own.py"
+    path.write_text("x = 1\n")
+    options = (*quick, "--steps 1 --method", path)
+    run_main(*options)
+    path.write_text("x = 2\n")
+    assert "the file of --method changed" in refused(*options, "--resume")
 
 
 @pytest.mark.parametrize("change,message", [

@@ -196,6 +196,8 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
     "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
     "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),
     "sliding-window": dict(layer_types=["full_attention", "sliding_attention"]),
+    "chunked attention": dict(layer_types=["chunked_attention"] * 2),
+    "rope on a part of a head": dict(partial_rotary_factor=0.5),
     "activation gelu": dict(hidden_act="gelu"),
 }.items())
 def test_unusable_configs_are_named(qwen, tmp_path, message, config):
@@ -225,13 +227,17 @@ def modelopt_layout(tensors):
         tensors[name.replace("weight", "input_scale")] = torch.tensor(0.1)
 
 
-def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path):
+def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path, capsys):
+    """Where activations are to be in 4 bits, too, it is said that they stay."""
     def logits(edit, stored):
         folder = break_tensor(qwen, tmp_path, edit, quantization_config=stored)
         return fast.load_model(folder)(TOKENS)
 
     modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    assert_close(logits(modelopt_layout, modelopt), logits(packed_layer, STORED), rtol=1e-5, atol=1e-5)
+    packed = logits(packed_layer, STORED)
+    assert "stay in 16 bit" not in capsys.readouterr().out
+    assert_close(logits(modelopt_layout, modelopt), packed, rtol=1e-5, atol=1e-5)
+    assert "proj.input_scale and the like are not used" in capsys.readouterr().out
 
 
 def test_qerl_reads_a_folder_in_nvfp4_as_fast_does(qwen, tmp_path):

@@ -260,6 +260,7 @@ def test_a_neighbour_trains_and_resumes(
     "noise_control --sigma-start 0 --sigma-end 0": "there is no noise",
     "maspo --updates 1": "with one update a rollout the ratio is 1",
     "deep_grpo --algo dapo": "use --algo grpo",
+    "deep_grpo --overlong 0.5": "would count a branch from its pivot",
     "rollout_correction:icepop --tis 2": "no cap",
     "rollout_correction --algo gspo": "use --algo grpo, dapo or dr-grpo",
     "flashrl --weights nvfp4": "use --weights bf16",

@@ -134,16 +134,23 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path):
     assert kl[0] < 1e-9 < kl[1]
 
 
-def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, capsys):
+def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path):
     options = (*quick, "--adapter", tmp_path)
     assert "adapter_config.json cannot be read" in refused(*options)
     peft_adapter(qwen, tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
     assert "does not fit; use an adapter of this model" in refused(*options)
     assert "--lora-alpha 99.0: is 8.0 in --adapter" in refused(*options, "--lora-alpha 99")
     assert "--lora-rank 1: is 2 in --adapter" in refused(*options, "--lora-rank 1")
+
+
+def test_an_adapter_of_other_codes_is_said(quick, qwen, tmp_path, capsys, cache):
+    """The model's own rounding and GPTQ's codes are two policies, and so are those of two seeds."""
+    run_main(*quick, LEARNING, "--steps 1 --skip-eval-before --quantizer gptq --reward random")
+    measured = *quick[:-2], "--eval-only --adapter", tmp_path / "run/adapter"
     assert "warning" not in capsys.readouterr().out
-    adapter_settings(tmp_path, "another/Model")
-    assert f"was trained on {qwen}, not on another/Model" in capsys.readouterr().out
+    for flags, warned in (("--quantizer gptq", False), ("--quantizer gptq --seed 1", True), ("", True)):
+        run_main(*measured, *flags.split())
+        assert ("run/adapter: was trained on" in capsys.readouterr().out) == warned
 
 
 @pytest.mark.parametrize("command", ["", "--engine plain", "--save-quantized packed", "--dry-run"])
@@ -171,10 +178,10 @@ def test_only_plain_lora_is_taken(tmp_path, fields):
     path = tmp_path / "adapter_config.json"
     config = read_json(path) | PLAIN
     path.write_text(json.dumps(config))
-    assert adapter_settings(tmp_path, None) == {"lora_rank": 2, "lora_alpha": 3}
+    assert adapter_settings(tmp_path) == {"lora_rank": 2, "lora_alpha": 3}
     path.write_text(json.dumps(config | fields))
     with pytest.raises(UserError, match=f" {next(iter(fields))} "):
-        adapter_settings(tmp_path, None)
+        adapter_settings(tmp_path)
 
 
 def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, capsys):

@@ -12,8 +12,10 @@ from torch.testing import assert_close
 
 import qerl
 import train_gsm8k
+from common import run_main
 from harness import export, fast
 from harness.data import ChatText, read_questions
+from harness.folders import read_jsonl, write_jsonl
 from harness.policy import SYSTEM
 from harness.small_policy import WordText
 from methods import awq, four_over_six, gptq, qat, rilq
@@ -160,6 +162,15 @@ def test_a_seed_has_its_own_codes_where_they_are_fitted_to_questions(qwen, data,
         return fast.load_model(folder).quantized_layers()[0].weight.parts[0]
     assert codes().equal(codes(0))
     assert codes().equal(codes(1)) == (name == "four-over-six")
+
+
+def test_a_run_is_measured_on_other_questions_with_its_own_codes(quick, data, tmp_path, cache):
+    """Also where they are among those that its codes were fitted to."""
+    asked = read_jsonl(f"{data}/train.jsonl")[:3]
+    write_jsonl(tmp_path / "asked.jsonl", asked)
+    run_main(*quick, "--steps 1 --skip-eval-before --quantizer gptq")
+    run_main(*quick, "--quantizer gptq --resume --eval-only --validation 2 --eval", tmp_path / "asked.jsonl")
+    assert len(os.listdir(cache)) == 1
 
 
 # --------------------------------------------------------------------------------------------------

@@ -133,8 +133,8 @@ def group_advantages(rewards, objective="grpo"):
     """Eq. 4: rewards float32 [P, G] -> advantages [P, G], A = (r - mean(r)) / (std(r) + 1e-4).
 
     Mean and standard deviation are those of the G completions of one prompt; std has the divisor
-    G - 1. A group whose rewards are all equal gets exactly 0 (rounding of the mean would leave 3e-4:
-    set it). Only "grpo" is asked for; raise a ValueError for another name.
+    G - 1. A group whose rewards are all equal gets exactly 0 (rounding of the mean would leave 3e-4,
+    so set it to 0). Only "grpo" is asked for; raise a ValueError for another name.
     """
     raise NotImplementedError
 
