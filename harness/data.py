@@ -12,7 +12,6 @@ pip install datasets.
 """
 import functools
 import glob
-import json
 import math
 import os
 import random
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import transformers
 
 from harness.answers import NUMERAL, TEXT, is_right, last_box, one_number, right_answer
-from harness.folders import atomic_write, generation_config, made_once
+from harness.folders import atomic_write, generation_config, made_once, parsed
 from harness.small_policy import made_up_problems
 from harness.errors import UserError, reason, require
 
@@ -223,14 +222,6 @@ def json_rows(path):
     for number, row in enumerate(rows, 1):
         require(isinstance(row, dict), f"{path}:{number}: not a JSON object; mend or remove this line")
         yield row
-
-
-def parsed(content):
-    """What JSON says; None if it is none."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):               # bytes that are no UTF-8 are a ValueError
-        return None
 
 
 def first_text(row, names):

@@ -110,13 +110,18 @@ def write_json(path, value):
     atomic_write(path, json.dumps(value, indent=1))
 
 
+def parsed(content):
+    """What JSON says; None if it is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):               # bytes that are no UTF-8 are a ValueError
+        return None
+
+
 def read_jsonl(path):
     """The objects of a file, one a line; a line that is none, as one torn by a kill, is left out."""
-    objects = []
-    for line in Path(path).read_bytes().splitlines() if os.path.exists(path) else []:
-        with contextlib.suppress(ValueError):
-            objects.append(json.loads(line))
-    return [o for o in objects if isinstance(o, dict)]
+    lines = Path(path).read_bytes().splitlines() if os.path.exists(path) else []
+    return [o for o in map(parsed, lines) if isinstance(o, dict)]
 
 
 def read_steps(path):
