@@ -257,7 +257,7 @@ class QuantLinear(qerl.QuantLinear):
     def decode(self, x):
         """forward(x) without gradient; x [slots, in]."""
         weight = self.multiplier(len(x))
-        return weight.multiply(x, self.bias, self.decode_lora[weight] if self.decode_lora else None)
+        return weight.multiply(x, self.bias, self.decode_lora.get(weight))
 
 
 class RMSNorm(qerl.RMSNorm):
