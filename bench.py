@@ -21,7 +21,6 @@ import math
 import os
 import statistics
 import sys
-from argparse import ArgumentTypeError
 
 import torch
 
@@ -203,7 +202,7 @@ def bench_card(args):
 def positive(text):
     """A whole number, at least 1."""
     if int(text) < 1:
-        raise ArgumentTypeError(f"{text}: must be at least 1")
+        raise ValueError
     return int(text)
 
 
