@@ -91,11 +91,6 @@ def pivot_utility(cuts, line):
 class Neighbour(Method):
     """QeRL with branches. state: "outcomes", the last pairs (r, was a branch right), oldest first."""
 
-    def __init__(self, settings, variant=None):
-        super().__init__(settings, variant)
-        self.state = {"outcomes": []}
-        self.begun = {}            # {prompt of a branch: how many of its tokens are the completion's}
-
     def check(self):
         require(not qerl.OBJECTIVES[self.settings.algo].redraw,
                      f"--method deep_grpo: --algo {self.settings.algo} replaces groups itself; use "
@@ -104,6 +99,8 @@ class Neighbour(Method):
                 "--method deep_grpo: --overlong would count a branch from its pivot; leave it out")
 
     def prepare(self, model, folder, questions, tokenizer):
+        self.state["outcomes"] = []
+        self.begun = {}            # {prompt of a branch: how many of its tokens are the completion's}
         self.tokenizer = tokenizer
         self.piece = functools.cache(lambda token: tokenizer.decode([token]))
 
