@@ -9,13 +9,14 @@
     steps.csv.gz            the steps of these runs
 """
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 
 from harness.command import Parser
 from harness.errors import require
 from harness.folders import read_json, read_jsonl
-from studies.tables import table, with_error
+from studies.tables import table
 
 # Columns of tables: {measure: (title, scale, digits)}.
 REACHED = {
@@ -72,6 +73,12 @@ def runs_of(study):
 
 # --------------------------------------------------------------------------------------------------
 # Tables
+
+def with_error(values, scale, digits):
+    """"mean ± standard error" of a Series times scale; without ± if its values are all the same, or one."""
+    text = f"{round(scale * fmean(values), digits) + 0.0:.{digits}f}"            # never -0.0
+    return text + (f" ± {scale * values.sem():.{digits}f}" if values.nunique() > 1 else "")
+
 
 def columns_table(columns, settings):
     """A line for each setting: means and standard errors over the seeds at which it was measured.
