@@ -124,8 +124,9 @@ class PackedWeight(qerl.PackedWeight):
         return lora_product(x, weight, bias, A, B, self.wide, self.in_order)[0]
 
 
-def with_room(weight, layer):
-    """Values [out, in] as a PackedWeight; where out > in with room for B' of the layer beside them."""
+def with_room(layer, dtype):
+    """A layer's values [out, in] as a PackedWeight; where out > in with room for B' beside them."""
+    weight = layer.weight.dequantize(dtype)
     out, columns = weight.shape
     ranks = len(layer.lora_A) if layer.use_adapter and out > columns else 0
     wide = weight.new_empty(out, columns + ranks)

@@ -77,7 +77,7 @@ def keep_values(model, engine):
         if not isinstance(layer.weight, qerl.PackedWeight):
             layers.append(layer)
         elif model.device.type == "cuda" and layer.use_adapter and layer.weight.format.table is None:
-            layer.weight = engine.with_room(layer.weight.dequantize(dtype), layer)
+            layer.weight = engine.with_room(layer, dtype)
     size = 16 * sum(layer.weight.words.numel() for layer in layers)    # bytes; a word has 8 weights
     free = free_memory(model.device)
     if not layers or 4 * size > free:
@@ -85,7 +85,7 @@ def keep_values(model, engine):
     print(f"the 4-bit weights are kept in bfloat16, too, {size / 1e9:.1f} of {free / 1e9:.1f} GB free, for "
           "training and for rollouts of more than 128 slots")
     for layer in layers:
-        layer.weight.values = engine.with_room(layer.weight.dequantize(dtype), layer)
+        layer.weight.values = engine.with_room(layer, dtype)
 
 
 def plan(settings, config, free, sequence, completions, recomputed, itemsize=2):
