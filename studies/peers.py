@@ -99,7 +99,7 @@ def trainer_arguments(folder, settings, prompts, group, steps, tuning):
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
         "vllm_gpu_memory_utilization": tuning["share"],
-        "vllm_max_model_length": prompt_tokens(settings.device) + settings.max_new_tokens,
+        "vllm_max_model_length": prompt_tokens(settings) + settings.max_new_tokens,
     }
 
 
@@ -153,7 +153,7 @@ def measure(name, prompts, group, settings, repeats, tuning):
         torch.cuda.empty_cache()
         arguments = trainer_arguments(folder, settings, prompts, group, count, tuning)
         asked = random_prompts(
-            len(tokenizer), prompts * count, prompt_tokens(settings.device))
+            len(tokenizer), prompts * count, prompt_tokens(settings))
         texts = [" ".join(map(str, prompt)) for prompt in asked]
         trainer = GRPOTrainer(
             folder,

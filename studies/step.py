@@ -55,7 +55,7 @@ def take_step(model, optimizer, scaler, settings, lengths):
     several processes the figures are means, and the step's seconds are those of the slowest.
     """
     asked = random_prompts(model.config.vocab_size, len(lengths) // settings.group,
-                           prompt_tokens(settings.device))
+                           prompt_tokens(settings))
     clock = Clock(model.device)
     ranks = Ranks()
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
@@ -83,8 +83,8 @@ def median_step(steps):
     return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
 
 
-def prompt_tokens(device):
-    return 128 if device == "cuda" else 8
+def prompt_tokens(settings):
+    return 128 if settings.device == "cuda" else 8
 
 
 def settings_for(device):
@@ -108,7 +108,7 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
         model.sampler = None                       # of another size
         completions = prompts // ranks.count * group
         own = fitted(replace(settings, group=group), model,
-                     prompt_tokens(settings.device) + settings.max_new_tokens, completions, fast)
+                     prompt_tokens(settings) + settings.max_new_tokens, completions, fast)
         torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
         longest = torch.full((completions,), settings.max_new_tokens)
         lengths = cut_lengths(longest, ranks) if cut else longest
