@@ -777,8 +777,7 @@ class Packing(NamedTuple):
             """The line [1, S, heads, D] as padded rows of prompt + completion [B, T, heads, D]."""
             parts = x[0].split(sizes)
             joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
-            longest = max(map(len, joined))
-            return torch.stack([F.pad(row, (0, 0, 0, 0, 0, longest - len(row))) for row in joined])
+            return pad_sequence(joined, batch_first=True)
 
         y = qerl.attention(rows(q), rows(k), rows(v)).unbind()
         prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
