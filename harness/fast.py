@@ -68,20 +68,18 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 # --------------------------------------------------------------------------------------------------
 # 1. Layers
 
-@functools.lru_cache
-def table_on(table, device):
-    """A constant table on a device, copied there once: a CUDA graph may read it."""
-    return table.to(device)
-
-
 @dataclass(eq=False)
 class Format(qerl.Format):
     """qerl.Format, whose codes a kernel knows how to multiply if they are E2M1."""
 
+    @functools.lru_cache
+    def on(self, device):
+        """The format with its table on a device, copied there once: a CUDA graph may read it."""
+        return replace(self, table=self.table.to(device))
+
     def dequantize(self, packed, block_scale, global_scale, dtype):
-        """qerl.Format.dequantize, with a table that is copied to the device once."""
-        table = None if self.table is None else table_on(self.table, packed.device)
-        there = replace(self, table=table)
+        """qerl.Format.dequantize, by the table that is on the device already."""
+        there = self if self.table is None else self.on(packed.device)
         return qerl.Format.dequantize(there, packed, block_scale, global_scale, dtype)
 
     def pack(self, weight):
