@@ -50,12 +50,10 @@ class Neighbour(Method):
         require(self.settings.tis == 0,
                 "--method maspo: is defined without importance weights; use --tis 0")
 
-    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, **_):
+    def policy_loss(self, logprobs, old_logprobs, advantages, weights, **others):
         advantage = advantages[:, None]
         ratio = qerl.bounded(logprobs - old_logprobs).exp()
         w = maspo_weights(ratio.detach(), old_logprobs, advantage)
         # Without advantages Eq. 3 is its KL term.
-        kl_loss, kl = qerl.policy_loss(logprobs, old_logprobs, 0 * advantages, weights,
-                                       ref_logprobs=ref_logprobs, beta=beta)
+        kl_loss, kl = qerl.policy_loss(logprobs, old_logprobs, 0 * advantages, weights, **others)
         return kl_loss - (w * ratio * advantage * weights).sum(), kl

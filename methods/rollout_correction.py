@@ -70,15 +70,13 @@ class Neighbour(Method):
         product = qerl.bounded(log_ratio.sum(1, keepdim=True)).exp()
         return WEIGHTS[self.variant](rho, product, self.settings.tis or 2.0) * mask
 
-    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, **_):
+    def policy_loss(self, logprobs, old_logprobs, advantages, weights, rollout_logprobs, tis, **others):
         advantages = advantages[:, None]
         if self.variant == "bypass":
             old_logprobs = rollout_logprobs
         else:
             advantages = advantages * self.importance(old_logprobs, rollout_logprobs, weights > 0)
-        return qerl.policy_loss(
-            logprobs, old_logprobs, advantages, weights, clip_low, clip_high, ref_logprobs, beta)
+        return qerl.policy_loss(logprobs, old_logprobs, advantages, weights, **others)
 
     def mismatch(self, old_logprobs, rollout_logprobs, mask):
         """qerl.mismatch, with which the loop ends a step."""
