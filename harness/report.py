@@ -184,4 +184,4 @@ def learning_curve(metrics, summary, figure):
     measured = [(m["step"], m["accuracy_validation"]) for m in metrics if "accuracy_validation" in m]
     if measured:
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="kept apart, pass@1")
-    accuracy_axis.legend(loc="lower right", frameon=False)
+    accuracy_axis.legend(frameon=False)
