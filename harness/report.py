@@ -167,7 +167,7 @@ def learning_curve(metrics, summary, figure):
     steps = [m["step"] for m in metrics]
     axes = figure.subplots(2, 3)
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
-        axis.plot(steps, [m.get(key) for m in metrics], label="training samples")
+        axis.plot(steps, [m.get(key) for m in metrics], ".-", markersize=3, label="training samples")
         axis.axhline(0, alpha=0)               # or a level line is on the upper edge
         axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
