@@ -50,7 +50,8 @@ def rows_of(folder):
     """A row for each start in a folder of studies/contrast.sh; a run's last start has its measures."""
     starts = []
     lines = read_jsonl(f"{folder}/starts.jsonl")
-    require(lines, f"{folder}: has no starts.jsonl; name a folder of studies/contrast.sh")
+    require(lines and "commit" in lines[0],
+            f"{folder}: has no starts.jsonl of studies/contrast.sh; name a folder that this made")
     for line in lines:
         if "commit" in line:                   # of those that follow
             machine = line
