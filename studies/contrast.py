@@ -135,7 +135,8 @@ def main(argv=None):
     p = Parser(__doc__)
     p.add_argument("record", help="file of all starts; the first call makes it")
     p.add_argument("runs", nargs="*", help="folders of studies/contrast.sh: their starts are added to it")
-    p.add_argument("--final", action="store_true", help="no run will follow: print intervals, and with twelve seeds the test")
+    p.add_argument("--final", action="store_true",
+                   help="no run will follow: print intervals, and with twelve seeds the test")
     args = p.parse_args(argv)
     rows = read_jsonl(args.record)
     for folder in args.runs:
