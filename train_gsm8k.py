@@ -74,7 +74,8 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
     slots: int = None               # sequences decoded at once; by default a step's, or what fits
-    exact: bool = None              # without noise sample what is trained, to the last bit; None: on Hopper
+    exact: bool = None              # without noise sample what is trained, to the last bit: by default where
+                                    # it can be, on Hopper; --no-exact: nowhere
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none

@@ -103,8 +103,9 @@ def load_policy(settings, engine, stored, ranks):
         print("in steps without noise sampling and training are one policy, to the last bit")
     else:
         require(not settings.exact,
-                "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper GPU, "
-                "bfloat16, LoRA, and memory for the 16-bit values of all weights; give --no-exact")
+                "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper "
+                "GPU, bfloat16, LoRA, widths that 128 divides, and memory for all weights in 16 bits; give "
+                "--no-exact")
     return model
 
 

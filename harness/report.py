@@ -167,7 +167,8 @@ def learning_curve(metrics, summary, figure):
     steps = [m["step"] for m in metrics]
     axes = figure.subplots(2, 3)
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
-        axis.plot(steps, [m.get(key) for m in metrics], label="training samples, noisy, temperature 1")
+        axis.plot(steps, [m.get(key) for m in metrics], ".-", markersize=3, label="training samples")
+        axis.axhline(0, alpha=0)               # or a level line is on the upper edge
         axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
         if noisy:
@@ -183,4 +184,4 @@ def learning_curve(metrics, summary, figure):
     measured = [(m["step"], m["accuracy_validation"]) for m in metrics if "accuracy_validation" in m]
     if measured:
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="kept apart, pass@1")
-    accuracy_axis.legend(loc="lower right", frameon=False)
+    accuracy_axis.legend(frameon=False)

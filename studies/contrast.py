@@ -50,7 +50,8 @@ def rows_of(folder):
     """A row for each start in a folder of studies/contrast.sh; a run's last start has its measures."""
     starts = []
     lines = read_jsonl(f"{folder}/starts.jsonl")
-    require(lines, f"{folder}: has no starts.jsonl; name a folder of studies/contrast.sh")
+    require(lines and "commit" in lines[0],
+            f"{folder}: has no starts.jsonl of studies/contrast.sh; name a folder that this made")
     for line in lines:
         if "commit" in line:                   # of those that follow
             machine = line
@@ -134,7 +135,8 @@ def main(argv=None):
     p = Parser(__doc__)
     p.add_argument("record", help="file of all starts; the first call makes it")
     p.add_argument("runs", nargs="*", help="folders of studies/contrast.sh: their starts are added to it")
-    p.add_argument("--final", action="store_true", help="no run will follow: print the test")
+    p.add_argument("--final", action="store_true",
+                   help="no run will follow: print intervals, and with twelve seeds the test")
     args = p.parse_args(argv)
     rows = read_jsonl(args.record)
     for folder in args.runs:
@@ -145,7 +147,7 @@ def main(argv=None):
     runs = counted(rows)
     print(f"{len(rows)} starts; {len(runs) // 4} seeds are complete")
     if args.final:
-        require(len(runs) >= 4 * 8, "--final: the test needs eight complete seeds; make more")
+        require(len(runs) >= 4 * 8, "--final: needs eight complete seeds, and twelve for the test; make more")
         report(runs)
 
 

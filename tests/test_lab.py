@@ -108,7 +108,7 @@ def test_the_empty_file_has_none(tmp_path):
     status, points, parts = run_check("--file", shutil.copy(LAB / "student.py", tmp_path))
     assert (status, points, sum(part["max_score"] for part in parts.values())) == (1, 0, 70)
     cases = parts.pop("cases")
-    assert "mycases.py cannot be loaded: FileNotFoundError" in cases["output"]
+    assert "no case yet: there is no file mycases.py" in cases["output"]
     assert {part["output"] for part in parts.values()} == {NOT_WRITTEN}
 
 
