@@ -20,8 +20,8 @@ Other TeX is compared by math-verify (pip install math-verify), each side of an 
 
 Known, right and refused: 25 % for 0.25 if the question speaks of percent; a unit behind other TeX and not
 in \text{} (\sqrt{2} cm); another name of a unit (5 in for 5 inches); a right answer's rare units that the
-question lacks (9 litres); numbers for a right answer in words ("twelve"); several roots as equations or with a word
-between (x = 1, x = -2 for 1,-2).
+question lacks (9 litres); numbers for a right answer in words ("twelve"); several roots as equations or
+with a word between (x = 1, x = -2 for 1,-2).
 Known, wrong and paid: a unit of the question that is not asked for (41 cows for $41); any currency; %, ° or
 a unit's power where the right answer has none (24 % for 24); words of the question that are no unit there,
 such as an unknown's name (3 theta) and number words of other languages than English and Chinese.
