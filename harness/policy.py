@@ -46,7 +46,8 @@ def load_all(settings, method, ranks):
     if settings.resume and settings.eval_only:         # the codes were fitted to the run's own questions
         then = read_checkpoint(settings.out)["settings"]
         begun = replace(settings, eval=then["eval"], validation=then["validation"])
-        data = data._replace(train=load_questions(begun).train)
+        if begun != settings:                          # else these are they
+            data = data._replace(train=load_questions(begun).train)
     folder, tokenizer = find_model(settings)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
     engine = find_engine(settings)
